@@ -40,6 +40,8 @@ class Journal:
 
     def __init__(self, folder: Path, limit: float, submit: Callable[[Path, Callable[[Path], None]], None]):
         self._folder, self._limit, self._submit = folder, limit, submit
+        # Bytes of each step. To ask the file system after each step takes 20 ms of processor time with 1,000 files.
+        self._sizes: dict[int, int] | None = None
 
     def add(self, step: int, batch: Batch, about: Mapping[str, Any]) -> None:
         """Write a step. Its columns must not change any more."""
@@ -49,11 +51,14 @@ class Journal:
 
     def _write(self, path: Path, batch: Batch, about: Mapping[str, Any]) -> None:
         write(path, batch, about)
-        left = self._limit
-        for _, other in sorted(steps(self._folder).items(), reverse=True):
-            left -= other.stat().st_size
-            if left < 0 and other != path:
-                other.unlink()
+        if self._sizes is None:
+            self._sizes = {step: other.stat().st_size for step, other in steps(self._folder).items()}
+        newest = int(path.stem)
+        self._sizes[newest] = path.stat().st_size
+        while len(self._sizes) > 1 and sum(self._sizes.values()) > self._limit:
+            oldest = min(self._sizes.keys() - {newest})
+            (self._folder / f"{oldest}.parquet").unlink(missing_ok=True)
+            del self._sizes[oldest]
 
 
 def steps(folder: Path) -> dict[int, Path]:

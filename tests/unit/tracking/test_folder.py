@@ -388,3 +388,22 @@ def test_a_journal_gives_back_what_it_was_given_and_keeps_the_newest_steps(tmp_p
                 assert copy.dtype == values.dtype
                 np.testing.assert_array_equal(copy, values)
     assert all(t.advantages is None for t in read(tmp_path / "10.parquet")[0])
+
+
+def test_a_journal_keeps_its_limit_over_runs_of_a_folder(tmp_path, monkeypatch) -> None:
+    """Files of an earlier run count; those that are there are listed once, not after each step."""
+    batch = Batch([Trajectory(Prompt("0", np.arange(3), "?"), 0, np.arange(4), np.ones(4, bool))])
+
+    def run(steps_of_run: range, limit: float) -> list[int]:
+        record = Journal(tmp_path, limit, lambda path, write: write(path))
+        for step in steps_of_run:
+            record.add(step, batch, {})
+        return sorted(steps(tmp_path))
+
+    run(range(1, 5), 2**20)
+    size = (tmp_path / "4.parquet").stat().st_size
+    listed = []
+    monkeypatch.setattr("verl.tracking.journal.steps", lambda folder: listed.append(folder) or steps(folder))
+    assert run(range(5, 9), 3.5 * size) == [6, 7, 8]
+    assert len(listed) == 1
+    assert run(range(7, 8), 1) == [7]
