@@ -23,7 +23,7 @@ from verl.config import load
 from verl.data.dataset import PromptDataset
 from verl.data.files import DataError
 from verl.data.media import decoded, load_processor, open_image, save_processor, with_images
-from verl.data.rows import BadRow
+from verl.data.rows import BadRow, as_messages
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.trajectory import Trajectory
@@ -162,6 +162,31 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert "images" not in prompt.columns
     assert data.images.counts == {"decoded": 3, "processed": 3, "drawn": 3}
     assert prompts[2].messages == [{"role": "user", "content": "<image>?"}], "literal text without an image"
+
+
+def in_parts(*sources: Any) -> dict[str, Any]:
+    """A prompt that shows images as OpenAI's clients write them."""
+    parts = [{"type": "image_url", "image_url": source, "text": None} for source in sources]
+    return {"prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": "?", "image_url": None}]}]}
+
+
+def test_image_url_parts_are_images(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    uri = "data:image/png;base64," + base64.b64encode(picture((90, 90))).decode()
+    rows = [
+        in_parts({"url": "a.png"}, {"url": uri}) | {"images": None},
+        in_parts({"url": None}) | GOOD,
+        in_parts({"url": "http://x/a.png"}),
+    ]
+    data = open_rows(model, rows, tmp_path)
+    prompts = [data.prompt(row) for row in range(2)]
+    assert [len(prompt.ids) for prompt in prompts] == data.lengths[:2].tolist()
+    assert [prompt.media and prompt.media.images for prompt in prompts] == [2, 1]
+    assert [part["type"] for part in prompts[0].messages[0]["content"]] == ["image", "image", "text"]
+    (bad,) = data.bad_rows
+    assert (bad["row"], bad["problem"]) == (2, "image is remote") and "data.allow_image_urls" in bad["detail"]
+    with pytest.raises(BadRow, match="'image', which this model does not see"):
+        as_messages(rows[0]["prompt"])
 
 
 def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: Path) -> None:
