@@ -45,9 +45,8 @@ def test_megatrons_settings_are_looked_up_in_its_source(base, tmp_path, monkeypa
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"import nothing\n\nclass Config:\n    {field}: str = ''\n")
     monkeypatch.syspath_prepend(tmp_path)
-    of_actor, of_ref = (problem for problem in problems(*argv) if problem.startswith("configuration"))
-    assert of_ref == of_actor.replace(".actor.", ".ref.")
-    only([of_actor], "configuration", f"{key}.recompute_granularty", "no such setting; nearest: recompute_granularity")
+    refused = [problem for problem in problems(*argv) if problem.startswith("configuration")]
+    only(refused, "configuration", f"{key}.recompute_granularty", "no such setting; nearest: recompute_granularity")
 
 
 def test_devices(base, monkeypatch):

@@ -249,6 +249,13 @@ def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base, mon
     assert f"{backend}: weights travel" in notices(*base, backend)
 
 
+def test_an_attention_kernel_that_the_user_names_has_no_effect(base):
+    overrides = f"+{ARR}.model.override_config.attn_implementation=flash_attention_3"
+    assert f"no effect: {overrides[1:]}: attention is computed by verl's own" in notices(*base, overrides)
+    backend = f"{ARR}.actor.megatron.override_transformer_config.attention_backend=flash"
+    assert f"no effect: {backend}: the backends are" in notices(*base, f"+{backend}", f"{ARR}.actor.strategy=megatron")
+
+
 def test_a_profiler_of_other_devices_is_what_the_machine_lacks(base):
     found = problems(*base, "global_profiler.tool=nsys", "global_profiler.steps=[2]")
     only(found, "machine", "records CUDA devices", "set it to torch")

@@ -138,6 +138,11 @@ def _check_overrides(check: EngineCheck, path: str, role: Any) -> None:
     group, inner = (role["megatron"], "megatron.") if setting(role, "megatron") is not None else (role, "")
     for key in SOURCES if not mindspeed.is_installed() else ():
         names, overrides = setting_names(key), setting(group, key) or {}
+        if path.endswith(".ref") and overrides == check.config.select(f"actor_rollout_ref.actor.megatron.{key}"):
+            continue  # the reference inherits them
+        if overrides.get("attention_backend") is not None and not has_transformer_engine():
+            at = f"{path}.{inner}{key}.attention_backend={overrides['attention_backend']}"
+            check.notice(f"no effect: {at}: the backends are TransformerEngine's, which is not installed")
         for name, value in overrides.items() if names else ():
             if name not in names and value is not None:
                 check.refuse(f"{path}.{inner}{key}.{name}", f"megatron-core has no such setting{nearest(name, names)}")
