@@ -26,6 +26,7 @@ from verl.data.media import decoded, load_processor, open_image, save_processor,
 from verl.data.rows import BadRow, as_messages
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
+from verl.data.videos import open_video
 from verl.trajectory import Trajectory
 
 PAD = 263
@@ -401,6 +402,18 @@ def test_a_video_file_is_read_where_something_decodes_it(model: Path, tmp_path: 
     assert media is not None and media.inputs["image_grid_thw"][0, 0] == 2, "two of eight frames a second"
     assert media.inputs["video_seconds"].tolist() == [1]
     assert [record["problem"] for record in data.bad_rows] == ["undecodable video", "video missing"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("https://x/a.mp4", r"video is remote: https://x/a.mp4: .* save it"),
+        ({"bytes": b"abc", "path": None}, "video missing: neither frames nor a path, but bytes; write the file"),
+    ],
+)
+def test_a_video_that_is_no_file_says_what_to_do(cell: Any, problem: str) -> None:
+    with pytest.raises(BadRow, match=problem):
+        open_video(cell, Path(), processor=object(), image=None)
 
 
 def test_a_video_without_torchvision_is_a_bad_row(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
