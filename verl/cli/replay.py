@@ -17,13 +17,10 @@ if TYPE_CHECKING:
 
 def run_config(run: Path, overrides: list[str], *changed: str) -> Config:
     """The configuration of a run with changes."""
-    import warnings
-
     from verl.compat.spellings import PUBLIC
     from verl.config import load
     from verl.workers.training_worker import prepare_process as prepare_worker
 
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     words = ["--config-path", str(run.resolve()), "--config-name", "config", *overrides, *changed]
     config: Config = load(words, spellings=PUBLIC)
     prepare_worker(config)

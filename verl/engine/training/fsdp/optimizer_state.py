@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path, PurePath
@@ -31,6 +32,8 @@ _NUMBER = "#number"
 _PARTS = [torch.Size, _get_layout, _StorageInfo, metadata._MEM_FORMAT_ENCODING]
 _PARTS += [part for part in vars(metadata).values() if is_dataclass(part)]
 _KNOWN = {(part.__module__, part.__qualname__): part for part in _PARTS}
+
+warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")  # so it is where one process trains
 
 
 def save_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int) -> None:
