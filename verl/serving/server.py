@@ -68,6 +68,7 @@ _ROUTES: dict[str, Callable[[Service, dict[str, Any]], Any]] = {
     "GET training_runs": Service.training_runs,
     "GET training_runs/ID": Service.training_run,
     "GET training_runs/ID/checkpoints": Service.checkpoints,
+    "GET checkpoints": Service.all_checkpoints,
     "DELETE training_runs/ID/checkpoints/NAME": Service.delete_checkpoint,
 }
 _PATTERNS = {

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -381,13 +381,12 @@ class Service:
 
     def training_runs(self, body: Body) -> Result:
         """The training runs, those of earlier servers too, what changed last first."""
-        folders = [about.parent for about in self.root.glob("*/config.yaml") if _RUN.fullmatch(about.parent.name)]
-        folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-        offset, limit = (int(body.get(name, default)) for name, default in (("offset", 0), ("limit", 20)))
-        if min(offset, limit) < 0:
-            raise ValueError(f"offset and limit are at least 0, not {offset} and {limit}")
-        page = [self.training_run({"id": folder.name}) for folder in folders[offset : offset + limit]]
-        return {"training_runs": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(folders)}}
+        folders = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        page, cursor = _page(folders, body, 20)
+        return {"training_runs": [self.training_run({"id": folder.name}) for folder in page], "cursor": cursor}
+
+    def _folders(self) -> list[Path]:
+        return [about.parent for about in self.root.glob("*/config.yaml") if _RUN.fullmatch(about.parent.name)]
 
     def training_run(self, body: Body) -> Result:
         """A training run, also one of an earlier server."""
@@ -399,18 +398,27 @@ class Service:
 
     def checkpoints(self, body: Body) -> Result:
         """The checkpoints of a training run."""
+        return {"checkpoints": self._entries(body["id"])}
+
+    def _entries(self, run: str) -> list[Body]:
         entries = []
         for kind, public in (("weights", "training"), ("sampler_weights", "sampler")):
-            for place in sorted((self.folder(body["id"]) / kind).glob("*")):
+            for place in sorted((self.folder(run) / kind).glob("*")):
                 if (path := newest_sealed(place)) is not None:
                     seal, name = open_checkpoint(path, hashes=False).manifest, f"{kind}/{place.name}"
                     entry = {
                         "checkpoint_id": name,
                         "checkpoint_type": public,
-                        "tinker_path": f"tinker://{body['id']}/{name}",
+                        "tinker_path": f"tinker://{run}/{name}",
                     }
                     entries.append(entry | {"time": _time(seal.time), "size_bytes": seal.size})
-        return {"checkpoints": entries}
+        return entries
+
+    def all_checkpoints(self, body: Body) -> Result:
+        """The checkpoints of all training runs, newest first."""
+        entries = [entry for folder in self._folders() for entry in self._entries(folder.name)]
+        page, cursor = _page(sorted(entries, key=lambda entry: str(entry["time"]), reverse=True), body, 100)
+        return {"checkpoints": page, "cursor": cursor}
 
     def delete_checkpoint(self, body: Body) -> Result:
         """Remove a checkpoint."""
@@ -488,6 +496,14 @@ class Service:
         if self._awake is not None and (always or not self.base.platform.on_host):
             self._awake.rest()
             self._awake = None
+
+
+def _page(rows: Sequence[Any], body: Body, most: int) -> tuple[Sequence[Any], Body]:
+    """The part of a list that is asked for, `most` of it unless more are, and its place in the whole."""
+    offset, limit = int(body.get("offset", 0)), int(body.get("limit", most))
+    if min(offset, limit) < 0:
+        raise ValueError(f"offset and limit are at least 0, not {offset} and {limit}")
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 
 def _sealed(place: Path) -> Path:

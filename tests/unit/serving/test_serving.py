@@ -425,6 +425,9 @@ def test_a_run_goes_on_exactly_in_another_server(base: Base, tmp_path: Path) -> 
     assert [entry["tinker_path"] for entry in second.call(f"training_runs/{part.name}/checkpoints")["checkpoints"]] == [
         path
     ]
+    everywhere = second.call("checkpoints?limit=9")
+    assert [entry["tinker_path"] for entry in everywhere["checkpoints"]] == [path]
+    assert everywhere["cursor"]["total_count"] == 1
     listed = second.call("training_runs?limit=3&offset=1&access_scope=owned")
     assert listed["cursor"] == {"offset": 1, "limit": 3, "total_count": 4} and len(listed["training_runs"]) == 3
     names = {entry["training_run_id"] for entry in second.call("training_runs")["training_runs"]}
