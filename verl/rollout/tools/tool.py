@@ -231,8 +231,8 @@ def normalize_function_tool_return(returned: Any) -> tuple[ToolResponse, float, 
     response, reward, metrics = (*parts, None, None)[:3]
     if not isinstance(response, ToolResponse):
         images = response if isinstance(response, list) else [response]
-        seen = bool(images) and all(isinstance(image, Image) for image in images)
-        response = ToolResponse(image=images) if seen else ToolResponse(_text(response))
+        shows = bool(images) and all(isinstance(image, Image) for image in images)
+        response = ToolResponse(image=images) if shows else ToolResponse(_text(response))
     elif response.text is not None:
         response.text = _text(response.text)
     return response, float(reward or 0.0), metrics or {}
