@@ -177,6 +177,23 @@ def test_lost_responses_are_null_and_too_many_end_the_run(tiny, tmp_path, capfd,
     assert not (tmp_path / "o.parquet").exists()
 
 
+def test_responses_that_have_no_room_are_kept_elsewhere(tiny, tmp_path, capfd, monkeypatch) -> None:
+    write, spare = pq.write_table, tmp_path / "spare"
+
+    def full(table: Any, where: Any, *more: Any) -> None:
+        if where.parent == tmp_path:
+            raise OSError(28, "No space left on device")
+        write(table, where, *more)
+
+    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr("tempfile.tempdir", str(spare))
+    spare.mkdir()
+    assert main_generation.main(words(tiny, tmp_path / "o.parquet")) == 2
+    (kept,) = spare.glob("verl-responses-*/o.parquet")
+    assert all(responses(kept)) and f"the responses are in {kept}: move them" in (said := capfd.readouterr().err)
+    assert "No space left on device" in said and "Traceback" not in said
+
+
 def test_a_row_that_fails_when_it_is_drawn_is_null(tiny, tmp_path, capfd, monkeypatch) -> None:
     draw = PromptDataset.prompt
 

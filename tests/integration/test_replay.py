@@ -135,3 +135,15 @@ def test_a_run_that_was_killed_within_a_line(run, capsys, tmp_path) -> None:
 
 def test_steps_that_the_journal_lacks_are_named(run, capsys) -> None:
     assert "does not have step 9, only 1 to 3" in said(capsys, "replay", run, "--step", 9)
+
+
+@pytest.mark.parametrize("command", [("diff",), ("replay", "--step", 1), ("audit",)])
+def test_a_folder_without_settings_is_named(run, capsys, tmp_path, command) -> None:
+    """So is a file of settings that cannot be read."""
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part/journal").symlink_to(run / "journal")
+    (tmp_path / "part/metrics.jsonl").symlink_to(run / "metrics.jsonl")
+    words = (command[0], *([run] if command[0] == "diff" else ()), tmp_path / "part", *command[1:])
+    assert f"{tmp_path / 'part'} has no config.yaml" in said(capsys, *words)
+    (tmp_path / "part/config.yaml").write_text("data: [1")
+    assert "config.yaml: cannot be read as YAML" in said(capsys, *words)

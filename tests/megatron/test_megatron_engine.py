@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests import ranks
 from tests.megatron import cases
 from tests.tiny import tiny_model
 from tests.unit.engine.training.fsdp_cases import columns
+from verl.engine.training.megatron import setting_names
 
 pytestmark = [cases.NEEDS_MEGATRON, pytest.mark.timeout(240)]
 
@@ -175,6 +177,14 @@ def test_unknown_settings_of_its_data_parallelism_are_refused(tmp_path: Path) ->
     path = tiny_model(tmp_path / "m")
     with pytest.raises(RuntimeError, match=r"UserError.*override_ddp_config.*overlap_grads"):
         ranks.run(cases.distributed, 1, path, {"override_ddp_config": {"overlap_grads": True}}, tmp_path, timeout=120.0)
+
+
+def test_the_check_reads_all_names_of_settings_from_the_source() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    for key, kind in ((_OVERRIDE, MLATransformerConfig), ("override_ddp_config", DistributedDataParallelConfig)):
+        assert {field.name for field in dataclasses.fields(kind)} <= {*setting_names(key)}
 
 
 @pytest.mark.parametrize(

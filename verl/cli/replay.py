@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 
 def run_config(run: Path, overrides: list[str], *changed: str) -> Config:
     """The configuration of a run with changes."""
-    import warnings
-
     from verl.compat.spellings import PUBLIC
     from verl.config import load
     from verl.workers.training_worker import prepare_process as prepare_worker
 
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     words = ["--config-path", str(run.resolve()), "--config-name", "config", *overrides, *changed]
     config: Config = load(words, spellings=PUBLIC)
     prepare_worker(config)
     return config
+
+
+def _recorded_run(path: Path) -> Path:
+    """The run folder that a path means. UserError where it lacks the run's settings."""
+    run = find_run(path)
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} has no config.yaml, the run's settings: copy it from where the run was made")
+    return run
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -55,7 +60,7 @@ def main(argv: list[str]) -> int:
     prepare_process()
     from verl.trainer.replay import replay
 
-    run = find_run(args.run)
+    run = _recorded_run(args.run)
     for line in replay(run, args.step, partial(run_config, run, args.overrides), args.set, args.reward):
         print(line)
     return 0
@@ -68,7 +73,7 @@ def diff(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     from verl.trainer.replay import diff
 
-    for line in diff(find_run(args.run), find_run(args.other)):
+    for line in diff(_recorded_run(args.run), _recorded_run(args.other)):
         print(line)
     return 0
 
@@ -83,7 +88,7 @@ def audit(argv: list[str]) -> int:
     from verl.tracking.run_folder import JOURNAL
     from verl.trainer.replay import audit
 
-    run = find_run(args.run)
+    run = _recorded_run(args.run)
     step = args.step if args.step is not None else max(journal.steps(run / JOURNAL), default=0)
     for line in audit(run, step, run_config(run, args.overrides)):
         print(line)

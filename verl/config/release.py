@@ -29,8 +29,8 @@ UNREAD: dict[str, dict[str, str]] = {
     "": {
         _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
         _ROLLOUT + "checkpoint_engine.backend": (
-            "weights travel through shared memory; only nodes that sample and do not train get a broadcast "
-            "(rollout.nnodes)"
+            "weights travel through shared memory; only nodes of a cluster that sample and do not train get a "
+            "broadcast (RAY_ADDRESS, rollout.nnodes)"
         ),
         "data.gen_batch_size": "groups are begun one by one, as many as are needed and there is room for",
         "{*.fsdp_config, engine}.model_dtype": (

@@ -139,9 +139,9 @@ class Resolver:
             return
         self._forget(name)
         other, earlier = self.written.get(name, (spelled, value.data))
-        if other != spelled and earlier != value.data:
+        if other and other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
-        self.written[name] = (spelled, value.data)
+        self.written[name] = ("" if source in self.spellings.configurations else spelled, value.data)
         self._was_set(name)
         self.interpolated.pop(name, None)
         self._to_give.pop(name, None)

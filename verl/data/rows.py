@@ -95,6 +95,7 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
     if content is None and item.get("tool_calls"):
         content = ""
     if isinstance(content, Sequence) and not isinstance(content, str):
+        content = [media_part(part) for part in content]
         if images and any(_is_media(part) for part in content):
             content = [_part(part, f"{where}.content") for part in content]
         else:
@@ -138,6 +139,16 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def media_part(part: Any) -> Any:
+    """A content part; one of OpenAI's, {type: image_url, image_url: {url}}, as {type: image, image}. video_url too."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image_url", "video_url"):
+        return part
+    source = part.get(kind)
+    name = kind.removesuffix("_url")
+    return {"type": name, name: source.get("url") if isinstance(source, Mapping) else source}
 
 
 def _is_media(part: Any) -> bool:

@@ -40,7 +40,12 @@ def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], A
         rate = cell.get("fps") or rate
         if not isinstance(rate, int | float) or not rate > 0:
             raise BadRow("wrong column type", f"a video's fps is {rate!r}, not frames a second")
-        cell = next((cell[key] for key in ("frames", "video", "path") if cell.get(key)), None)
+        cell, keys = next((cell[key] for key in ("frames", "video", "path") if cell.get(key)), None), cell
+        if cell is None:
+            filled = ", ".join(str(key) for key, value in keys.items() if value is not None) or "nothing"
+            raise BadRow("video missing", f"neither frames nor a path, but {filled}; write the file, and give its path")
+    if isinstance(cell, str) and cell.startswith(("http://", "https://", "data:")):
+        raise BadRow("video is remote", f"{cell[:200]}: videos are read from files alone; save it, and give its path")
     if isinstance(cell, str):
         return _read(path_in(folder, cell), rate, processor)
     if not isinstance(cell, Sequence) or isinstance(cell, bytes) or not cell:

@@ -21,7 +21,7 @@ from verl.platform.host_resources import prepare_process
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_IGNORED = ("attn_implementation", "_attn_implementation")
+IGNORED = ("attn_implementation", "_attn_implementation")
 """Attention always goes through ours."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -66,7 +66,7 @@ def apply(config: PreTrainedConfig, overrides: Mapping[str, Any], within: str = 
     """
     refused: dict[str, str] = {}
     for name, value in flat_overrides(overrides).items():
-        if name in _IGNORED:
+        if name in IGNORED:
             continue
         try:
             holder = _holder(config, name)

@@ -203,6 +203,8 @@ def _overrides(report: Report, model_key: str, facts: ModelFacts | None) -> None
     """What transformers' configuration takes; a model with weights has the shape of its weights."""
     model: Any = report.config.select(model_key)
     key, changes = f"{model_key}.override_config", flat_overrides(model.override_config)
+    for name in filter(changes.__contains__, overrides.IGNORED):
+        report.notice(f"no effect: {key}.{name}={changes[name]}: attention is computed by verl's own kernels")
     if facts is None or not changes:
         return
     unchanged = look(model.path, None, model.hf_config_path)

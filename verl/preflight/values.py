@@ -129,6 +129,7 @@ def _unread(report: Report) -> None:
     strategy = report.config.select(f"{ACTOR}.strategy") or report.config.select("engine.strategy")
     if strategy in TRAINING_ENGINES:
         unread |= TRAINING_ENGINES[strategy].unread
+    cluster = ray_address(report.config) not in ("", "local")
     unread_keys: dict[str, list[str]] = {}
     for path, field in report.keys.items():
         value = report.config.select(path)
@@ -138,7 +139,7 @@ def _unread(report: Report) -> None:
             continue
         if path.endswith(".model_dtype") and value in ("float32", "torch.float32"):
             continue
-        if path.endswith(".checkpoint_engine.backend") and report.ppo and report.rollout.nnodes > 0:
+        if path.endswith(".checkpoint_engine.backend") and report.ppo and report.rollout.nnodes > 0 and cluster:
             continue
         if reason := lookup(unread, path):
             unread_keys.setdefault(reason, []).append(report.at(path))

@@ -83,6 +83,9 @@ def weights(life: Life, metrics: dict[str, Any]) -> Finding:
         life.trainer.probe.check()
     except SamplerDoesNotFollow as error:
         return Finding(name, measured, "100 %", FAILED, str(error))
+    if not metrics["training/sync_proof/tokens"]:
+        why = "the update changed every token that is compared: a smaller rate (verl prove --rate)"
+        return Finding(name, "no token is drawn again", "100 %", LOOK, why)
     if moved == 0:
         return Finding(
             name, measured, "above 0", FAILED, "an update changes nothing: look at optim.lr and frozen weights"

@@ -21,6 +21,7 @@ import numpy as np
 
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import Config
+from verl.data.rows import media_part
 from verl.engine.registry import capabilities
 from verl.engine.rollout.base import Completion, OnTokens, SamplingParams
 from verl.rollout import http_sessions
@@ -392,7 +393,7 @@ def _normal(message: Message) -> dict[str, Any]:
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         if unseen := [part["type"] for part in parts if part.get("type") in _UNSEEN]:
             raise ValueError(f"a message has a part of type {unseen[0]}: only text and image_url are supported")
-        content = [_image(part) if part.get("type") == "image_url" else part for part in parts]
+        content = [media_part(part) for part in parts]
         if all(part.get("type") == "text" for part in parts):
             content = "".join(part["text"] for part in parts)
     out = {name: value for name, value in message.items() if value is not None} | {"content": content}
@@ -401,10 +402,6 @@ def _normal(message: Message) -> dict[str, Any]:
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}} for call in calls
         ]
     return out
-
-
-def _image(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "image", "image": part["image_url"]["url"]}
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

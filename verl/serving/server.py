@@ -15,6 +15,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from verl.errors import UserError
 from verl.rollout.http_sessions import PROTOBUF, Handler, Head, Refused, Reply, Result, Server
@@ -64,8 +65,10 @@ _ROUTES: dict[str, Callable[[Service, dict[str, Any]], Any]] = {
     "GET samplers/ID": Service.get_sampler,
     "POST asample": Service.asample,
     "POST weights_info": Service.weights_info,
+    "GET training_runs": Service.training_runs,
     "GET training_runs/ID": Service.training_run,
     "GET training_runs/ID/checkpoints": Service.checkpoints,
+    "GET checkpoints": Service.all_checkpoints,
     "DELETE training_runs/ID/checkpoints/NAME": Service.delete_checkpoint,
 }
 _PATTERNS = {
@@ -86,22 +89,23 @@ class TinkerServer(Server):
         shown = head.headers.get("x-api-key", "")
         if not shown or (self._key and not hmac.compare_digest(shown.encode(), self._key.encode())):
             raise Refused(HTTPStatus.UNAUTHORIZED, "the header X-API-Key has no key that this server knows")
-        path = head.path.partition("?")[0].rstrip("/")
+        path, _, query = head.path.partition("?")
+        path = path.rstrip("/")
         matches = {route: match for route, pattern in _PATTERNS.items() if (match := pattern.fullmatch(path))}
         if not matches:
             raise Refused(HTTPStatus.NOT_FOUND, f"no such path: {path}")
         for route, match in matches.items():
             if route.split()[0] == head.method:
-                return "", self._service, _handler(_ROUTES[route], match.groupdict()), ""
+                return "", self._service, _handler(_ROUTES[route], match.groupdict(), dict(parse_qsl(query))), ""
         allowed = next(iter(matches)).split()[0]
         raise Refused(
             HTTPStatus.METHOD_NOT_ALLOWED, f"{path} takes {allowed}, not {head.method}", f"Allow: {allowed}\r\n"
         )
 
 
-def _handler(answer: Callable[[Service, dict[str, Any]], Any], ids: dict[str, str]) -> Handler:
+def _handler(answer: Callable[[Service, dict[str, Any]], Any], ids: dict[str, str], query: dict[str, str]) -> Handler:
     async def handler(service: Service, body: dict[str, Any]) -> Result:
-        result = answer(service, body | ids)
+        result = answer(service, query | body | ids)
         if isinstance(result, Job):
             return {"request_id": result.id} | result.about
         return await result if asyncio.iscoroutine(result) else result

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +41,8 @@ _GONE_S = 120.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9]+:train:[0-9]+")
 _EPHEMERAL = "ephemeral"  # snapshots without a name, in the folder of a run: they go with its session
+_SNAPSHOTS = 16
+"""The newest ones of a run stay; of older ones those that nobody has sampled from for `_SILENT_S`."""
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _LATER = "its session has ended, or the server was started anew"
 Body = dict[str, Any]
@@ -75,13 +77,16 @@ class Model:
         return self.adapter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampling:
-    """A sampling client: the checkpoint whose adapter it samples with, None for the base."""
+    """A sampling client: the checkpoint whose adapter it samples with, None for the base. used: when it was asked last;
+    removed: its snapshot is no more."""
 
     path: str | None
     place: Path | None
     shape: LoraShape | None
+    used: float = field(default_factory=time.monotonic)
+    removed: bool = False
 
 
 class Service:
@@ -143,10 +148,23 @@ class Service:
         self.work.forget(f"{name}:")
 
     async def tidy(self) -> None:
-        """End sessions that nobody is heard of, for ever."""
+        """End sessions that nobody is heard of, and remove snapshots that nobody uses, for ever."""
         while True:
             await asyncio.sleep(60)
             self._end_silent(_SILENT_S, self.sessions)
+            self.remove_snapshots()
+
+    def remove_snapshots(self) -> None:
+        """A loop that makes a sampling client in each step does not fill the disk: those of long ago go."""
+        samplings = list(self.samplings.items())  # the worker's thread adds some
+        for model in self.models.values():
+            folder = model.folder.root / _EPHEMERAL
+            snapshots = [(n, s) for n, s in samplings if s.place and s.place.parent == folder and not s.removed]
+            for name, snapshot in snapshots[:-_SNAPSHOTS]:
+                idle = time.monotonic() - snapshot.used > _SILENT_S
+                if idle and snapshot.place and not self.work.pending(f"{name}:"):
+                    snapshot.removed = True
+                    shutil.rmtree(snapshot.place, ignore_errors=True)
 
     def _end_silent(self, seconds: float, names: Iterable[str]) -> None:
         for name in list(names):
@@ -361,6 +379,15 @@ class Service:
             )
         return shape_of(saved)
 
+    def training_runs(self, body: Body) -> Result:
+        """The training runs, those of earlier servers too, what changed last first."""
+        folders = sorted(self._folders(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        page, cursor = _page(folders, body, 20)
+        return {"training_runs": [self.training_run({"id": folder.name}) for folder in page], "cursor": cursor}
+
+    def _folders(self) -> list[Path]:
+        return [about.parent for about in self.root.glob("*/config.yaml") if _RUN.fullmatch(about.parent.name)]
+
     def training_run(self, body: Body) -> Result:
         """A training run, also one of an earlier server."""
         folder = self.folder(body["id"])
@@ -371,18 +398,27 @@ class Service:
 
     def checkpoints(self, body: Body) -> Result:
         """The checkpoints of a training run."""
+        return {"checkpoints": self._entries(body["id"])}
+
+    def _entries(self, run: str) -> list[Body]:
         entries = []
         for kind, public in (("weights", "training"), ("sampler_weights", "sampler")):
-            for place in sorted((self.folder(body["id"]) / kind).glob("*")):
+            for place in sorted((self.folder(run) / kind).glob("*")):
                 if (path := newest_sealed(place)) is not None:
                     seal, name = open_checkpoint(path, hashes=False).manifest, f"{kind}/{place.name}"
                     entry = {
                         "checkpoint_id": name,
                         "checkpoint_type": public,
-                        "tinker_path": f"tinker://{body['id']}/{name}",
+                        "tinker_path": f"tinker://{run}/{name}",
                     }
                     entries.append(entry | {"time": _time(seal.time), "size_bytes": seal.size})
-        return {"checkpoints": entries}
+        return entries
+
+    def all_checkpoints(self, body: Body) -> Result:
+        """The checkpoints of all training runs, newest first."""
+        entries = [entry for folder in self._folders() for entry in self._entries(folder.name)]
+        page, cursor = _page(sorted(entries, key=lambda entry: str(entry["time"]), reverse=True), body, 100)
+        return {"checkpoints": page, "cursor": cursor}
 
     def delete_checkpoint(self, body: Body) -> Result:
         """Remove a checkpoint."""
@@ -407,7 +443,14 @@ class Service:
         if name not in self.samplings:
             raise NotFound(f"no sampling client {name!r}: {_LATER}")
         self.session(name.partition(":")[0])
-        return self.samplings[name]
+        sampling = self.samplings[name]
+        if sampling.removed:
+            raise NotFound(
+                f"the snapshot of {name!r} is gone: nobody sampled from it for {_SILENT_S / 60:g} minutes, and "
+                f"{_SNAPSHOTS} newer ones were made; save_weights_for_sampler with a name keeps one"
+            )
+        sampling.used = time.monotonic()
+        return sampling
 
     def get_sampler(self, body: Body) -> Result:
         """What a sampling client samples with."""
@@ -453,6 +496,14 @@ class Service:
         if self._awake is not None and (always or not self.base.platform.on_host):
             self._awake.rest()
             self._awake = None
+
+
+def _page(rows: Sequence[Any], body: Body, most: int) -> tuple[Sequence[Any], Body]:
+    """The part of a list that is asked for, `most` of it unless more are, and its place in the whole."""
+    offset, limit = int(body.get("offset", 0)), int(body.get("limit", most))
+    if min(offset, limit) < 0:
+        raise ValueError(f"offset and limit are at least 0, not {offset} and {limit}")
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 
 def _sealed(place: Path) -> Path:

@@ -104,6 +104,10 @@ class Work:
         if (job := self._jobs.get(name)) is not None and job.shares is not None and self._thread.is_alive():
             self._worker.call_soon_threadsafe(self._cancel, job)
 
+    def pending(self, prefix: str) -> bool:
+        """Whether a request is not done whose id begins so."""
+        return any(not job.done.is_set() for name, job in self._jobs.items() if name.startswith(prefix))
+
     def forget(self, prefix: str) -> None:
         """Drop the futures of a session."""
         for name in [name for name in self._jobs if name.startswith(prefix)]:

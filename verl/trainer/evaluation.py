@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -20,8 +21,8 @@ from verl.config import Config, EvalConfig
 from verl.config.schema.base import setting
 from verl.data.dataset import CHUNK, CheckedRows, by_problem
 from verl.data.files import DataError, RowFiles
-from verl.data.media import folder_of, shown
-from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
+from verl.data.media import folder_of, shown, with_images
+from verl.data.rows import BadRow, RowFields, RowRules, Video, as_messages, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.rules import check_truth, final_answer, has_answers, predicted, unsupported
 from verl.reward.runner import RewardRunner
@@ -116,6 +117,8 @@ class Responses(CheckedRows):
         fields = fields_of(row, number, plain_format, rules)
         if rules.needs_truth:
             check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
+        if isinstance(fields.cell, list):
+            _take_images(fields, wanted=bool(rules.media_keys))
         responses = _responses(row.pop(data.response_key), fields, self.names, number)
         for response, length in zip(responses, row.pop(LENGTHS, None) or [], strict=False):
             response.extra["tokens"] = length or 0
@@ -138,6 +141,14 @@ class Responses(CheckedRows):
 def _truth(cell: Any) -> Any:
     """The struct of the chat format; a column that holds the ground truth itself is taken as it is."""
     return cell if cell is None or isinstance(cell, Mapping) else {"ground_truth": cell}
+
+
+def _take_images(fields: RowFields, *, wanted: bool) -> None:
+    """Leave the places of images in the messages alone: what parts hold, data URIs say, goes to the row's `images`
+    where they are `wanted` by what scores."""
+    with suppress(BadRow):
+        fields.cell, cells = with_images(as_messages(fields.cell, images=True), fields.images)
+        fields.images = [cell for cell in cells if wanted and not isinstance(cell, Video)]
 
 
 def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajectory]:

@@ -8,6 +8,7 @@ A prompt has the seed, and so the responses, that validation on this file would 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,12 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
         finally:
             loop.run(rollouts.stop())
             workers.close()
-    write_responses(rows, data.source.files, result, output)
+    try:
+        write_responses(rows, data.source.files, result, output)
+    except OSError as error:  # a full disk: what took hours to sample is kept elsewhere
+        spare = Path(tempfile.mkdtemp(prefix="verl-responses-")) / output.name
+        write_responses(rows, data.source.files, result, spare)
+        raise UserError(f"{output} cannot be written ({error}); the responses are in {spare}: move them") from error
     result.record(tracking)
     say(f"{output}: {len(data.source)} rows, {len(result.texts)} of them with responses")
     if result.skipped:

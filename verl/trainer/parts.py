@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -153,7 +152,6 @@ def open_tokenizer(model: ModelConfig, data: DataConfig | SFTDataConfig, trackin
     them first, so libraries are set up before. model, data: the groups of the configuration."""
     tune_allocator()
     logging.disable_progress_bar()  # a run has its own progress display, which the libraries' bars would tear apart
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
     tokenizer = tracking.tokenizer = tokenizer_of(model, data.tokenizer)
     kwargs, trust = data.mm_processor_kwargs, model.trust_remote_code
     return tokenizer, load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)

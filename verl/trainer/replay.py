@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from verl.algorithms.kl import get_kl_controller
@@ -33,6 +32,7 @@ from verl.checkpoint.read import open_checkpoint
 from verl.checkpoint.write import sealed
 from verl.config import Config
 from verl.config.schema.base import put
+from verl.config.yaml_files import load_yaml
 from verl.data.tokenizer import tokenizer_of
 from verl.engine.registry import placement
 from verl.errors import UserError
@@ -280,8 +280,7 @@ def diff(first: Path, second: Path) -> Iterator[str]:
     common = sorted(one.steps.keys() & two.steps.keys())
     if not common:
         raise UserError("the two journals have no step in common")
-    settings = [yaml.safe_load((run / "config.yaml").read_text("utf-8")) for run in (first, second)]
-    for key, a, b in changes(*settings):
+    for key, a, b in changes(load_yaml(first / "config.yaml"), load_yaml(second / "config.yaml")):
         yield f"setting {key}: {a} and {b}"
     for step in common:
         if parts := next(_partings(one, two, step), None):

@@ -15,6 +15,7 @@ from types import SimpleNamespace as Space
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import verl
 from verl import DataProto
@@ -317,6 +318,11 @@ def test_what_function_tools_return(returned, expected) -> None:
     with pytest.raises(TypeError, match="length 1, 2, or 3"):
         normalize_function_tool_return(())
     assert normalize_function_tool_return(ToolResponse({"a": 1}))[0].text == '{"a": 1}'
+    image = Image.new("RGB", (4, 4))
+    for images in (image, [image], (image, 0.5)):
+        assert normalize_function_tool_return(images)[0] == ToolResponse(image=[image])
+    with pytest.raises(TypeError, match=r"returned bytes: .*ToolResponse\(text, image="):
+        normalize_function_tool_return(b"PNG")
     with pytest.raises(TypeError, match="an await is missing"):
         normalize_function_tool_return((asyncio.Future(loop=asyncio.new_event_loop()), 0.5))
 

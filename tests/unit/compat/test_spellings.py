@@ -196,6 +196,14 @@ def test_asynchronous_entry_points_are_the_one_loop(argv, expected):
         assert sum("async_training is now called" in notice for notice in cfg.notices) == 1
 
 
+def test_what_a_built_in_configuration_sets_is_replaced_without_a_word():
+    one = "rollout.n_gpus_per_node=1"
+    cfg = load([ASYNC, one])
+    assert cfg.actor_rollout_ref.rollout.n_gpus_per_node == 1
+    assert not any("are one key" in notice for notice in cfg.notices), cfg.notices
+    assert any("are one key" in notice for notice in load([f"{ARR}.{one[:-1]}2", one]).notices)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

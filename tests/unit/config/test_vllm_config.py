@@ -15,7 +15,7 @@ from verl.engine.rollout.vllm import VLLM, kwargs
 from verl.preflight.check import check
 
 ROLLOUT = "actor_rollout_ref.rollout"
-KNOWN = frozenset({"block_size", "max_num_seqs", "model"})
+KNOWN = frozenset({"attention_backend", "block_size", "max_num_seqs", "model"})
 
 
 @pytest.fixture
@@ -67,3 +67,9 @@ def test_dropped_keys_are_said(report) -> None:
     text = "\n".join(found.notices)
     assert found.problems == [] and "dropped: rollout.engine_kwargs.vllm.swap_space" in text
     assert "multi_stage_wake_up=True: the vllm engine" in text
+
+
+def test_on_a_cpu_the_attention_of_a_gpu_has_no_effect(report) -> None:
+    key = f"{ROLLOUT}.engine_kwargs.vllm.attention_backend"
+    assert f"no effect: {key}=FLASH_ATTN" in "\n".join(report(f"+{key}=FLASH_ATTN").notices)
+    assert key not in "\n".join(report(f"+{key}=CPU_MLA").notices)

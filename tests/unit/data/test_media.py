@@ -23,9 +23,10 @@ from verl.config import load
 from verl.data.dataset import PromptDataset
 from verl.data.files import DataError
 from verl.data.media import decoded, load_processor, open_image, save_processor, with_images
-from verl.data.rows import BadRow
+from verl.data.rows import BadRow, as_messages
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
+from verl.data.videos import open_video
 from verl.trajectory import Trajectory
 
 PAD = 263
@@ -162,6 +163,31 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert "images" not in prompt.columns
     assert data.images.counts == {"decoded": 3, "processed": 3, "drawn": 3}
     assert prompts[2].messages == [{"role": "user", "content": "<image>?"}], "literal text without an image"
+
+
+def in_parts(*sources: Any) -> dict[str, Any]:
+    """A prompt that shows images as OpenAI's clients write them."""
+    parts = [{"type": "image_url", "image_url": source, "text": None} for source in sources]
+    return {"prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": "?", "image_url": None}]}]}
+
+
+def test_image_url_parts_are_images(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    uri = "data:image/png;base64," + base64.b64encode(picture((90, 90))).decode()
+    rows = [
+        in_parts({"url": "a.png"}, {"url": uri}) | {"images": None},
+        in_parts({"url": None}) | GOOD,
+        in_parts({"url": "http://x/a.png"}),
+    ]
+    data = open_rows(model, rows, tmp_path)
+    prompts = [data.prompt(row) for row in range(2)]
+    assert [len(prompt.ids) for prompt in prompts] == data.lengths[:2].tolist()
+    assert [prompt.media and prompt.media.images for prompt in prompts] == [2, 1]
+    assert [part["type"] for part in prompts[0].messages[0]["content"]] == ["image", "image", "text"]
+    (bad,) = data.bad_rows
+    assert (bad["row"], bad["problem"]) == (2, "image is remote") and "data.allow_image_urls" in bad["detail"]
+    with pytest.raises(BadRow, match="'image', which this model does not see"):
+        as_messages(rows[0]["prompt"])
 
 
 def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: Path) -> None:
@@ -376,6 +402,18 @@ def test_a_video_file_is_read_where_something_decodes_it(model: Path, tmp_path: 
     assert media is not None and media.inputs["image_grid_thw"][0, 0] == 2, "two of eight frames a second"
     assert media.inputs["video_seconds"].tolist() == [1]
     assert [record["problem"] for record in data.bad_rows] == ["undecodable video", "video missing"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("https://x/a.mp4", r"video is remote: https://x/a.mp4: .* save it"),
+        ({"bytes": b"abc", "path": None}, "video missing: neither frames nor a path, but bytes; write the file"),
+    ],
+)
+def test_a_video_that_is_no_file_says_what_to_do(cell: Any, problem: str) -> None:
+    with pytest.raises(BadRow, match=problem):
+        open_video(cell, Path(), processor=object(), image=None)
 
 
 def test_a_video_without_torchvision_is_a_bad_row(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -34,6 +34,21 @@ def test_ray_and_open_files(base, monkeypatch):
     only(problems(*base, many), "machine", "pip install 'verl[ray]'")
 
 
+def test_megatrons_settings_are_looked_up_in_its_source(base, tmp_path, monkeypatch):
+    """Which is not run. Where megatron-core is not installed nothing is said of names."""
+    key, strategy = f"{ARR}.actor.megatron.override_transformer_config", f"{ARR}.actor.strategy=megatron"
+    argv = [*base, strategy, f"{ARR}.actor.use_kl_loss=True", f"+{key}.recompute_granularty=full", f"+{key}.bf16=True"]
+    if importlib.util.find_spec("megatron") is None:
+        assert not any("recompute" in problem for problem in problems(*argv))
+    for name, field in (("model_parallel_config", "bf16"), ("transformer/transformer_config", "recompute_granularity")):
+        file = tmp_path / f"megatron/core/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"import nothing\n\nclass Config:\n    {field}: str = ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    refused = [problem for problem in problems(*argv) if problem.startswith("configuration")]
+    only(refused, "configuration", f"{key}.recompute_granularty", "no such setting; nearest: recompute_granularity")
+
+
 def test_devices(base, monkeypatch):
     only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
     only(problems(*base, "trainer.device=npu"), "machine", "no npu device")

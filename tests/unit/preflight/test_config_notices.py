@@ -238,10 +238,22 @@ def test_keys_of_more_than_one_device_are_without_effect_on_one_only(base):
     assert "update_weights_bucket_megabytes" not in several and "param_offload" not in several
 
 
-def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
+def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base, monkeypatch):
+    """Without a cluster's address samplers of a pool are on this machine, too."""
     backend = f"{ARR}.rollout.checkpoint_engine.backend=nccl"
-    assert f"{backend}: weights travel through shared memory; only nodes" in notices(*base, backend)
-    assert "checkpoint_engine.backend" not in notices(*base, backend, f"{ARR}.rollout.nnodes=1")
+    pool = f"{ARR}.rollout.nnodes=1"
+    for words in ([backend], [backend, pool], [backend, pool, "+ray_kwargs.ray_init.address=local"]):
+        assert f"{backend}: weights travel through shared memory; only nodes" in notices(*base, *words)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "checkpoint_engine.backend" not in notices(*base, backend, pool)
+    assert f"{backend}: weights travel" in notices(*base, backend)
+
+
+def test_an_attention_kernel_that_the_user_names_has_no_effect(base):
+    overrides = f"+{ARR}.model.override_config.attn_implementation=flash_attention_3"
+    assert f"no effect: {overrides[1:]}: attention is computed by verl's own" in notices(*base, overrides)
+    backend = f"{ARR}.actor.megatron.override_transformer_config.attention_backend=flash"
+    assert f"no effect: {backend}: the backends are" in notices(*base, f"+{backend}", f"{ARR}.actor.strategy=megatron")
 
 
 def test_a_profiler_of_other_devices_is_what_the_machine_lacks(base):

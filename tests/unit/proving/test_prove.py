@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.gauntlet.faults import LORA
 from tests.gauntlet.test_gauntlet import KINDS, SHORT
 from verl.cli.main import main
-from verl.proving.finding import FAILED, OK, Finding, table
+from verl.proving import sampling
+from verl.proving.finding import FAILED, LOOK, OK, Finding, table
 
 HALF = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 ONE = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.use_dynamic_bsz=False")
@@ -54,3 +57,18 @@ def test_what_is_not_a_number_is_not_within_bounds() -> None:
     assert Finding.within("a", float("nan"), 1.0, "nats", "do").verdict == FAILED
     assert Finding.within("a", 1.0, 1.0, "nats", "do") == Finding("a", "1 nats", "1 nats", OK, "")
     assert "what to do" in table([])
+
+
+def test_no_token_to_compare_after_an_update_is_no_verdict() -> None:
+    """Each row's first greedy token is another one: that says nothing of the learning rate."""
+    probe = {"training/sync_proof/tokens": 0, "training/sync_proof/moved": 0.0, "training/sync_proof/apart": 0.0}
+    trainer = SimpleNamespace(
+        push=lambda step, metrics: metrics.update(probe), probe=SimpleNamespace(check=lambda: None)
+    )
+    life: Any = SimpleNamespace(trainer=trainer)
+    assert (sampling.weights(life, {}).verdict, sampling.weights(life, {}).measured) == (
+        LOOK,
+        "no token is drawn again",
+    )
+    probe["training/sync_proof/tokens"] = 4
+    assert sampling.weights(life, {}).verdict == FAILED

@@ -337,6 +337,28 @@ def test_sampling_is_of_the_snapshot(client: Client, base: Base) -> None:
     assert np.isnan(last[:4]).all() and np.abs(last[4:] - prompt[4:]).max() > 1e-3
 
 
+def test_snapshots_that_nobody_uses_leave_the_disk(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the newest ones, nor one that is sampled from now and then, nor one with a request under way."""
+    monkeypatch.setattr("verl.serving.service._SNAPSHOTS", 2)
+    client, greedy = Client(base, tmp_path), {"max_tokens": 2, "temperature": 0.0}
+    run = client.run()
+    assert client.call("training_runs")["cursor"]["total_count"] == 1
+    samplers = [run.sampler(number) for number in range(6)]
+    for name in samplers:
+        client.service.samplings[name].used -= 4000
+    sampled(client, samplers[0], 0, IDS[:6], greedy)
+    waiting = Job(f"{samplers[1]}:0", None)
+    client.service.work._jobs[waiting.id] = waiting
+    client.service.remove_snapshots()
+    assert {path.name for path in (tmp_path / run.name / "ephemeral").iterdir()} == {"0", "1", "4", "5"}
+    body = {"sampling_session_id": samplers[2], "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    status, answer = client.ask("asample", body)
+    assert status == 404 and b"save_weights_for_sampler with a name keeps one" in answer
+    sampled(client, samplers[4], 0, IDS[:6], greedy)
+    client.close()
+    assert not (tmp_path / run.name / "ephemeral").exists()
+
+
 def test_stop_and_temperature(client: Client) -> None:
     run = client.run(4)
     sampler = run.sampler(10)
@@ -403,6 +425,13 @@ def test_a_run_goes_on_exactly_in_another_server(base: Base, tmp_path: Path) -> 
     assert [entry["tinker_path"] for entry in second.call(f"training_runs/{part.name}/checkpoints")["checkpoints"]] == [
         path
     ]
+    everywhere = second.call("checkpoints?limit=9")
+    assert [entry["tinker_path"] for entry in everywhere["checkpoints"]] == [path]
+    assert everywhere["cursor"]["total_count"] == 1
+    listed = second.call("training_runs?limit=3&offset=1&access_scope=owned")
+    assert listed["cursor"] == {"offset": 1, "limit": 3, "total_count": 4} and len(listed["training_runs"]) == 3
+    names = {entry["training_run_id"] for entry in second.call("training_runs")["training_runs"]}
+    assert names == {path.name for path in tmp_path.iterdir()} and second.ask("training_runs?limit=-1")[0] == 400
     second.call(f"training_runs/{part.name}/checkpoints/weights/half", method="DELETE")
     assert second.ask("weights_info", {"tinker_path": path})[0] == 404
     second.call(f"sessions/{second.session}/finish", {})

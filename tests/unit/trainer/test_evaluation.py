@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,18 @@ def test_a_function_sees_the_images_where_it_is_asked_for(tmp_path, capfd) -> No
     assert status == 0 and "'test_score/openai/gsm8k': 2.0" in out and "1 × image missing" in err
     assert record_of(tmp_path)["val/multimodal_score"] == 2.0
     assert "data:image/jpeg;base64," in (tmp_path / "responses_evaluation/report.html").read_text()
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_images_in_parts_of_the_messages_are_shown_too(tmp_path, capfd, shows: bool) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(extra_info.get('images', [])))\n"
+    )
+    uri = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": uri}, "text": None}, {"type": "text", "text": "How many?"}]
+    rows = [row(["x"], prompt=[{"role": "user", "content": parts}])]
+    words = (f"custom_reward_function.path={tmp_path}/own.py", f"reward_model.images={shows}")
+    status, out, _ = run(write(tmp_path, *rows), capfd, *words)
+    assert status == 0 and f"'test_score/openai/gsm8k': {float(shows)}" in out
+    assert uri not in (tmp_path / "responses_evaluation/report.html").read_text()

@@ -220,15 +220,19 @@ class FunctionTool(Tool):
 
 
 def normalize_function_tool_return(returned: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(response, reward, metrics) of what a tool returned: a ToolResponse, a dict or list as JSON, anything else as
-    text, or a tuple of one of these, a reward and metrics, of which None is none. TypeError for a tuple of another
-    length."""
+    """(response, reward, metrics) of what a tool returned: a ToolResponse, a Pillow image or a list of them, a dict or
+    list as JSON, anything else as text, or a tuple of one of these, a reward and metrics, of which None is none.
+    TypeError for a tuple of another length, and for bytes."""
+    from PIL.Image import Image
+
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"a tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
     response, reward, metrics = (*parts, None, None)[:3]
     if not isinstance(response, ToolResponse):
-        response = ToolResponse(_text(response))
+        images = response if isinstance(response, list) else [response]
+        shows = bool(images) and all(isinstance(image, Image) for image in images)
+        response = ToolResponse(image=images) if shows else ToolResponse(_text(response))
     elif response.text is not None:
         response.text = _text(response.text)
     return response, float(reward or 0.0), metrics or {}
@@ -237,6 +241,8 @@ def normalize_function_tool_return(returned: Any) -> tuple[ToolResponse, float, 
 def _text(value: Any) -> str:
     if inspect.isawaitable(value):
         raise TypeError(f"it returned a {type(value).__name__} that nobody awaited: an await is missing in it")
+    if isinstance(value, bytes | bytearray):
+        raise TypeError("it returned bytes: decode text, and show an image with ToolResponse(text, image=[…])")
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 

@@ -64,6 +64,7 @@ def test_without_sglang_the_machine_lacks_it(problems: Any) -> None:
     [
         ([f"{ARGUMENTS}.page_sise=16"], "nearest: page_size"),
         ([f"{ARGUMENTS}.tp_size=2"], "tensor_model_parallel_size sets it"),
+        ([f"{ARGUMENTS}.attention_backend=fa3"], "attention_backend=fa3: SGLang has no such attention for a CPU"),
         (["actor_rollout_ref.model.lora_rank=4"], "engine_kwargs.sglang.enable_lora=False"),
         ([f"{ROLLOUT}.repetition_penalty=1.2", f"{ROLLOUT}.val_kwargs.repetition_penalty=1"], "set 1"),
         (

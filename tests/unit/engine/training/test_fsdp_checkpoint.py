@@ -171,3 +171,16 @@ def _raising(error: Exception) -> Any:
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path, error: Exception) -> None:
     messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"), error)
     assert all("No space left" in message for message in messages)
+
+
+def test_an_optimizer_that_cannot_be_written_says_how_much_room_there_is(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch says "unexpected pos" of a full disk."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from verl.engine.training.fsdp import optimizer_state
+
+    refused = CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), None)})  # type: ignore[arg-type]
+    monkeypatch.setattr(optimizer_state.dcp, "save", lambda *_, **__: _raising(refused)())
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(OSError, match=r"cannot be written \([\d,]+ MiB are free there\): rank 0: .*unexpected pos"):
+        optimizer_state.save_state(tmp_path, torch.optim.SGD([parameter]), {"w": parameter}, 1)

@@ -41,6 +41,7 @@ FIXED: dict[str, str] = {
 """SGLang's arguments that other keys set."""
 
 
+_CPU_ATTENTION = ("torch_native", "intel_amx")
 NO_PENALTY = "SGLang's penalty is not the one of the other engines; set 1"
 _MERGED = "set {key}.engine_kwargs.sglang.enable_lora=False, so that it gets merged weights"
 
@@ -93,6 +94,10 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
     model, cpu = c.config.select(f"{key.removesuffix('rollout')}model"), c.config.select("trainer.device") == "cpu"
     if cpu and rollout.expert_parallel_size > 1:
         c.refuse(f"{key}.expert_parallel_size", "on a CPU SGLang does not spread experts; set 1")
+    attention = rollout.engine_kwargs.sglang.get("attention_backend")
+    if cpu and attention not in (None, *_CPU_ATTENTION):
+        message = f"SGLang has no such attention for a CPU; leave it out, or set {' or '.join(_CPU_ATTENTION)}"
+        c.refuse(f"{key}.engine_kwargs.sglang.attention_backend={attention}", message)
     copies = rollout.data_parallel_size if rollout.expert_parallel_size > 1 else 1
     if (model.lora_rank or model.lora_adapter_path) and rollout.engine_kwargs.sglang.get("enable_lora") is not False:
         for applies, place in (

@@ -167,6 +167,10 @@ def check(c: EngineCheck, installed: Callable[[], str]) -> None:
             c.lacks(f"{key}.quantization={quantization}", "on a CPU vLLM has no kernel for it but for fp8_per_block")
         elif "amx_tile" not in processor()[1]:
             c.lacks(f"{key}.quantization={quantization}", "vLLM's kernel for it needs a processor with AMX")
+    attention = str(c.rollout.engine_kwargs.vllm.get("attention_backend") or "CPU_ATTN")
+    if c.config.select("trainer.device") == "cpu" and not attention.upper().startswith(("CPU_", "AMX_")):
+        at = f"{key}.engine_kwargs.vllm.attention_backend={attention}"
+        c.notice(f"no effect: {at}: on a CPU vLLM takes CPU_ATTN, or CPU_MLA and AMX_MLA for latent attention")
     cache = str(c.rollout.engine_kwargs.vllm.get("kv_cache_dtype") or "")
     if cache.startswith("fp8") and c.config.select("trainer.device") == "cpu" and "avx512f" not in processor()[1]:
         c.lacks(f"{key}.engine_kwargs.vllm.kv_cache_dtype={cache}", "vLLM's cache in fp8 needs a processor with AVX512")

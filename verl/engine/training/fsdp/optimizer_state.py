@@ -9,6 +9,8 @@ somebody put there. Here the same file is read by an unpickler that knows the fe
 from __future__ import annotations
 
 import pickle
+import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path, PurePath
@@ -31,6 +33,8 @@ _PARTS = [torch.Size, _get_layout, _StorageInfo, metadata._MEM_FORMAT_ENCODING]
 _PARTS += [part for part in vars(metadata).values() if is_dataclass(part)]
 _KNOWN = {(part.__module__, part.__qualname__): part for part in _PARTS}
 
+warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")  # so it is where one process trains
+
 
 def save_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int) -> None:
     """Write the state of every parameter and the schedule's step. `names` maps names to parameters.
@@ -48,7 +52,8 @@ def save_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     try:
         dcp.save(flat, checkpoint_id=str(directory))
     except CheckpointException as error:  # no Exception: nobody who saves expects one that ends the process
-        raise OSError(f"{directory}: the optimizer's state cannot be written: {_causes(error)}") from error
+        free = f"{shutil.disk_usage(directory).free / 2**20:,.0f} MiB are free there"  # torch does not say why
+        raise OSError(f"{directory}: the optimizer's state cannot be written ({free}): {_causes(error)}") from error
 
 
 def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> int:

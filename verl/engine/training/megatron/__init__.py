@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.matching import nearest
 from verl.config.model_facts import QWEN_VISION
 from verl.config.schema.base import setting
 from verl.engine.registry import EngineCheck, EnginePackageError, Placement, TrainingEngineRecord
@@ -37,6 +40,11 @@ _STAGES = {
     "pipeline_model_parallel_layout",
 }
 """Settings of `override_transformer_config` that give pipeline stages different numbers of layers."""
+SOURCES = {
+    "override_transformer_config": ("model_parallel_config.py", "transformer/transformer_config.py"),
+    "override_ddp_config": ("distributed/distributed_data_parallel_config.py",),
+}
+"""Group of overrides → files of megatron-core that define the settings of that name."""
 _ELSEWHERE = "use strategy=fsdp2"
 
 
@@ -101,6 +109,9 @@ class Megatron(TrainingEngineRecord):
         if adapts_all and facts is not None and facts.experts:
             check.refuse("model.target_modules=all-linear", "experts are not adapted; name attention's layers instead")
         self._check_placement(check, path, config.select(path))
+        for role_path in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine"):
+            if config.select(f"{role_path}.strategy") == self.name:
+                _check_overrides(check, role_path, config.select(role_path))
 
     def _check_placement(self, check: EngineCheck, path: str, role: Any) -> None:
         placed, group, facts = self.placement(role, path), setting(role, "megatron") or role, check.facts
@@ -120,6 +131,32 @@ class Megatron(TrainingEngineRecord):
             check.lacks("megatron.mindspeed", "MindSpeed is not installed")
         if setting(group, "use_dist_checkpointing", False) and not setting(group, "dist_checkpointing_path"):
             check.refuse("megatron.use_dist_checkpointing=True", "set megatron.dist_checkpointing_path to a directory")
+
+
+def _check_overrides(check: EngineCheck, path: str, role: Any) -> None:
+    """Refuse names that megatron-core does not have; MindSpeed has settings of its own."""
+    group, inner = (role["megatron"], "megatron.") if setting(role, "megatron") is not None else (role, "")
+    for key in SOURCES if not mindspeed.is_installed() else ():
+        names, overrides = setting_names(key), setting(group, key) or {}
+        if path.endswith(".ref") and overrides == check.config.select(f"actor_rollout_ref.actor.megatron.{key}"):
+            continue  # the reference inherits them
+        if overrides.get("attention_backend") is not None and not has_transformer_engine():
+            at = f"{path}.{inner}{key}.attention_backend={overrides['attention_backend']}"
+            check.notice(f"no effect: {at}: the backends are TransformerEngine's, which is not installed")
+        for name, value in overrides.items() if names else ():
+            if name not in names and value is not None:
+                check.refuse(f"{path}.{inner}{key}.{name}", f"megatron-core has no such setting{nearest(name, names)}")
+
+
+def setting_names(key: str) -> list[str]:
+    """Names that a group of overrides may hold, read from megatron-core's source without running it; empty where it is
+    not installed."""
+    spec = importlib.util.find_spec("megatron")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    files = [file for folder in folders for name in SOURCES[key] if (file := Path(folder) / "core" / name).is_file()]
+    classes = [node for file in files for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    fields = [node.target for part in classes for node in part.body if isinstance(node, ast.AnnAssign)]
+    return [field.id for field in fields if isinstance(field, ast.Name)]
 
 
 def has_transformer_engine() -> bool:

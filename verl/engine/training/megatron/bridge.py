@@ -216,7 +216,7 @@ def bridge_of(
     bridge.head = head
     try:
         bridge.set_extra_args(**settings)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, KeyError) as error:  # KeyError: a name of no enumeration
         raise UserError(f"megatron.override_transformer_config: megatron-core refuses it: {error}") from error
     return bridge
 
