@@ -1,5 +1,5 @@
-"""Does a long run stay flat? Trains for many tiny steps and watches memory, descriptors, threads, shared memory and
-disk.
+"""Does a long run stay flat? Trains for many tiny steps and watches memory, descriptors, threads, shared memory, disk
+and the time of a step.
 
     python benchmarks/soak.py [--steps 2000] [--ranks-steps 300] [--json FILE]
 
@@ -28,6 +28,8 @@ import psutil
 WARM = 100
 """Steps after which a run has all it keeps: compiled graphs, caches, the checkpoints that are kept."""
 MEMORY_OF = "memory_mb of "
+Seen = list[tuple[int, dict[str, float]]]
+"""What was measured, each time with the step it was measured in."""
 FEW = {"RAY_task_events_max_num_task_in_gcs": "1000", "TORCH_FR_BUFFER_SIZE": "100"}
 """Ray's head keeps a record of each of the last 100,000 calls, torch on each rank of each of the last 2,000
 collectives: so few are there before WARM."""
@@ -117,7 +119,7 @@ def soak(inputs: Path, out: Path, steps: int, more: list[str], **environment: st
     log = (out.parent / f"{out.name}.log").open("w")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(inputs, out, steps, more)]
     run = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
-    seen: list[tuple[int, dict[str, float]]] = []
+    seen: Seen = []
     began = time.monotonic()
     while run.poll() is None:
         time.sleep(1.0)
@@ -127,10 +129,19 @@ def soak(inputs: Path, out: Path, steps: int, more: list[str], **environment: st
             continue
     if run.returncode:
         raise SystemExit(f"the run ended with status {run.returncode}: see {log.name}")
-    return compared(seen, steps) | {"steps": steps, "seconds": round(time.monotonic() - began)}
+    figures = compared(seen, steps) | compared(times(out), steps)
+    return figures | {"steps": steps, "seconds": round(time.monotonic() - began)}
 
 
-def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, Any]:
+def times(out: Path) -> Seen:
+    """Milliseconds of each step and of its sampling, as the run logged them."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = [record for record in records if "timing_s/step" in record]
+    keys = {"step_ms": "timing_s/step", "sampling_ms": "timing_s/gen"}
+    return [(r["step"], {name: 1000 * r[key] for name, key in keys.items()}) for r in timed]
+
+
+def compared(seen: Seen, steps: int) -> dict[str, Any]:
     """name → {"after_100", "at_the_end", "growth_a_step"}: medians of what was seen in two stretches of the run."""
     tenth = max(1, (steps - WARM) // 10)
     early = [found for step, found in seen if WARM <= step < WARM + tenth]
@@ -147,7 +158,7 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
             "growth_a_step": round(growth, 5),
         }
     parts = [[found for step, found in seen if start <= step < start + tenth] for start in range(WARM, steps, tenth)]
-    for name in [name for name in out if name.startswith("memory_mb")]:
+    for name in [name for name in out if name.startswith("memory_mb") or name.endswith("_ms")]:
         medians = [statistics.median(found.get(name, 0.0) for found in part) for part in parts if part]
         out[name]["by_tenth"] = [round(median, 1) for median in medians]
     return out
