@@ -141,6 +141,7 @@ class Resolver:
         other, earlier = self.written.get(name, (spelled, value.data))
         if other and other != spelled and earlier != value.data:
             self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
+        # Of what a built-in configuration wrote the user is not told that another spelling replaces it.
         self.written[name] = ("" if source in self.spellings.configurations else spelled, value.data)
         self._was_set(name)
         self.interpolated.pop(name, None)

@@ -40,7 +40,7 @@ class Journal:
 
     def __init__(self, folder: Path, limit: float, submit: Callable[[Path, Callable[[Path], None]], None]):
         self._folder, self._limit, self._submit = folder, limit, submit
-        # Bytes of each step. To ask the file system after each step takes 20 ms of processor time with 1,000 files.
+        # Bytes of each step. To ask the file system after each step made a step 15 ms longer for every 1,000 files.
         self._sizes: dict[int, int] | None = None
 
     def add(self, step: int, batch: Batch, about: Mapping[str, Any]) -> None:

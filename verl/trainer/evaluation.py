@@ -144,9 +144,9 @@ def _truth(cell: Any) -> Any:
 
 
 def _take_images(fields: RowFields, *, wanted: bool) -> None:
-    """Leave the places of images in the messages alone: what parts hold, data URIs say, goes to the row's `images`
-    where they are `wanted` by what scores."""
-    with suppress(BadRow):
+    """Move images from message parts to the row's `images`, where they are `wanted` by what scores; the messages keep
+    their places, so that no data URI gets into the report."""
+    with suppress(BadRow):  # a prompt that the sampler would refuse: its responses are scored as they are
         fields.cell, cells = with_images(as_messages(fields.cell, images=True), fields.images)
         fields.images = [cell for cell in cells if wanted and not isinstance(cell, Video)]
 

@@ -33,7 +33,8 @@ _PARTS = [torch.Size, _get_layout, _StorageInfo, metadata._MEM_FORMAT_ENCODING]
 _PARTS += [part for part in vars(metadata).values() if is_dataclass(part)]
 _KNOWN = {(part.__module__, part.__qualname__): part for part in _PARTS}
 
-warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")  # so it is where one process trains
+# One process trains without a process group, of which torch warns at every save and load.
+warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
 
 
 def save_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int) -> None:
